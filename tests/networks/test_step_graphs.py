@@ -4,6 +4,8 @@ Without a GPU a recording is imitated by the function itself, on copies, where n
 a number.
 """
 
+import copy
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -221,6 +223,19 @@ def test_a_network_that_answers_otherwise_is_not_replayed(
     for batch in stream(8):
         adapter(batch)
     assert "answers otherwise" in noted[STEPS]
+
+
+def test_what_is_copied_or_pickled_records_anew(recordings: type[Imitation]) -> None:
+    adapter = df.adapt(network(nn.BatchNorm2d), cuda_graphs=True)
+    *batches, last = stream(8)
+    for batch in batches:
+        adapter(batch)
+    copies = [copy.deepcopy(adapter), pickle.loads(pickle.dumps(adapter))]
+    told = adapter(last)
+    assert all(torch.equal(each(last), told) for each in copies)
+    adapter.restore(copy.deepcopy(adapter.snapshot()))
+    wanted = copies[0](last)
+    assert torch.equal(adapter(last), wanted)
 
 
 def test_recipes_that_count_steps_in_python_are_left_alone() -> None:

@@ -233,6 +233,11 @@ class StepGraphs:
         self._begun: Begun | None = None
         self._measured: tuple[Tensor, dict[str, float]] | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy records anew."""
+        refused = None if self._refused is None else dict(self._refused)
+        return type(self), (self._filters, self._network, refused)
+
     @staticmethod
     def can_record(filt: Filter) -> bool:
         """Whether a step is a function of tensors: no optimiser that counts steps in Python, nor a
