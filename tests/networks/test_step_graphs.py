@@ -53,6 +53,7 @@ class Imitation:
 def recordings(monkeypatch: pytest.MonkeyPatch) -> type[Imitation]:
     monkeypatch.setattr(step_graphs, "Recording", Imitation)
     monkeypatch.setattr(step_graphs, "possible", lambda mean, inputs: True)
+    monkeypatch.setattr(step_graphs, "is_there", lambda asked: True)
     monkeypatch.setattr(light, "_KNOWN", ())  # as on a GPU, where rules stay with torch
     Imitation.made = 0
     return Imitation

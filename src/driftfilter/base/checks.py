@@ -317,7 +317,9 @@ def checks_of_a_trial() -> Iterator[Callable[[], None]]:
 def require_finite(field: str, values: Tensor) -> None:
     """Raise if a tensor holds NaN or infinity, saying how many and where the first one is."""
     if can_wait(values):
-        check_later(values.sum(), functools.partial(require_finite, field, values))
+        # In half precision the sum of finite values may not be finite.
+        total = values.sum(dtype=torch.float32 if values.dtype == torch.float16 else None)
+        check_later(total, functools.partial(require_finite, field, values))
         return
     # A finite sum proves finite entries and costs one reduction; only a suspicious sum pays for the
     # full look. A handful of numbers is read out faster than it is summed.

@@ -105,7 +105,7 @@ class LabelChain(Checked):
         fits = k > 0 and log_probabilities.is_floating_point()
         require(fits, "LabelChain: log_probabilities", found, "floating [n, k] of k > 0 classes")
         given = log_probabilities.detach().to("cpu", torch.float64).numpy()
-        with np.errstate(invalid="ignore"):  # of what is refused
+        with np.errstate(invalid="ignore", under="ignore"):  # of what is refused
             probabilities = np.exp(given - given.max(1, keepdims=True, initial=-np.inf))
             probabilities /= probabilities.sum(1, keepdims=True)
         require_finite("LabelChain: probabilities", torch.from_numpy(probabilities))

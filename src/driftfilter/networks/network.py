@@ -19,6 +19,7 @@ sequences first.
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -79,6 +80,7 @@ STATISTICS = remembered("network.statistics", "c")
 DIVERSITY = remembered("network.diversity")
 _WINDOW = 32
 _EVERY = 4  # batches of which one is probed
+_NOTING = threading.Lock()  # of copies of a network in several threads
 _VIEWS = 8  # shifts that are known at a time, each view of a batch has one
 
 
@@ -101,13 +103,13 @@ class Facts(NamedTuple):
         """What a step, or a prediction, does by it."""
         return (self.is_known, self.place == 0, self.place < 0) if stepping else (self.is_known,)
 
-    def follow(self, before: Facts | None) -> Facts:
-        """These are known after a step on another state: what is known after one on this state, of
-        which Python decides the same.
+    def follow(self, before: Facts | None, recorded: Facts | None) -> Facts:
+        """What is known after a step on a state, if these are known after the same step on another
+        one of which ``recorded`` was known before: Python decides the same of both.
         """
-        if before is None or self.place < 0:
+        if before is None or recorded is None or self.place < 0:
             return self
-        return Facts(self.is_known, (before.place + 1) % _EVERY)
+        return Facts(self.is_known, (before.place + self.place - recorded.place) % _EVERY)
 
 
 class _Looked(NamedTuple):
@@ -301,7 +303,8 @@ class Network(PredictiveModel):
         return self._note(_Looked(shift, samples > 0, int(count)))
 
     def _note(self, looked: _Looked) -> _Looked:
-        self._latest[:] = [*self._latest[1 - _VIEWS :], looked]
+        with _NOTING:
+            self._latest[:] = [*self._latest[1 - _VIEWS :], looked]
         return looked
 
     def known_facts(self, memory: Memory) -> Facts | None:

@@ -47,6 +47,7 @@ _WARM = 3  # passes before a recording: cuDNN's trials and kernels' compilation 
 _REPEATS = 3  # times that a kind of batch has come before it is recorded
 _MOST = 24  # recordings, each with memory for what it takes and gives
 _STALE = 200  # batches after which a recording that none of them used is freed
+_LARGEST = 1000  # kinds of batches that are counted
 STEPS = "whole steps"
 
 
@@ -56,6 +57,7 @@ class _Pool:
     def __init__(self, device: torch.device) -> None:
         self.turn, self.stream = threading.RLock(), torch.cuda.Stream(device)
         self._device, self._handle, self._live = device, torch.cuda.graph_pool_handle(), 0
+        self._begun = False  # whether what is not recorded has got some of the memory
 
     def lend(self, recording: Recording) -> Any:
         """The memory, for a recording that is about to be made."""
@@ -66,31 +68,41 @@ class _Pool:
         return self._handle
 
     @contextmanager
+    def hold(self, handle: Any) -> Iterator[None]:
+        """Nothing else of this process runs on the device's own stream before this block is over.
+        Afterwards a recording holds the memory, or nobody.
+        """
+        own, index = torch.cuda.current_stream(self._device), self._device.index
+        release = getattr(torch._C, "_cuda_releasePool", None)
+        try:
+            with torch.cuda.device(self._device):
+                yield
+        finally:
+            torch.cuda.set_stream(own)  # a recording that fails stays on its own
+            if self._begun and release is not None:
+                release(index, handle)
+            self._begun = False
+
+    @contextmanager
     def warming(self, handle: Any) -> Iterator[None]:
         """What runs in this block is in the same memory, where torch can do that, and on the same
         stream as a recording.
         """
-        own: Any = torch._C
-        begin = getattr(own, "_cuda_beginAllocateCurrentStreamToPool", None)
-        end, index = getattr(own, "_cuda_endAllocateToPool", None), self._device.index
+        begin = getattr(torch._C, "_cuda_beginAllocateCurrentStreamToPool", None)
+        end, index = getattr(torch._C, "_cuda_endAllocateToPool", None), self._device.index
         torch.cuda.empty_cache()
-        self.stream.wait_stream(torch.cuda.current_stream())
+        self.stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self.stream):
             if begin is None or end is None or index is None:
                 yield
             else:
                 begin(index, handle)
+                self._begun = True
                 try:
                     yield
                 finally:
                     end(index, handle)
-        torch.cuda.current_stream().wait_stream(self.stream)
-
-    def release(self, handle: Any) -> None:
-        """A recording holds the memory now."""
-        free = getattr(torch._C, "_cuda_releasePool", None)
-        if free is not None and self._device.index is not None:
-            free(self._device.index, handle)
+        torch.cuda.current_stream(self._device).wait_stream(self.stream)
 
     def _forget(self) -> None:
         self._live -= 1
@@ -117,16 +129,14 @@ class Recording:
         self._pool, self._given = _pool_of(given[0].device), [own.clone() for own in given]
         with self._pool.turn:
             memory = self._pool.lend(self)
-            with self._pool.warming(memory):
-                for _ in range(_WARM):
-                    self.once = [own.clone() for own in call(self._given)]
-            try:
+            with self._pool.hold(memory):
+                with self._pool.warming(memory):
+                    for _ in range(_WARM):
+                        self.once = [own.clone() for own in call(self._given)]
                 with torch.cuda.graph(
                     self._graph, memory, self._pool.stream, capture_error_mode="thread_local"
                 ):
                     self._told = call(self._given)
-            finally:
-                self._pool.release(memory)
 
     def __call__(self, given: Sequence[Tensor]) -> list[Tensor]:
         """What the function gives."""
@@ -151,11 +161,14 @@ class Asked(NamedTuple):
         """Whether the answer is the same as another one's: all tensors are the very same."""
         (_, own, mine, given, _), (_, theirs, state, inputs, _) = self, other
         same = own is theirs and inputs is given and self[::4] == other[::4]
-        same = same and state.belief is mine.belief and state.memory.keys() == mine.memory.keys()
+        same = same and state.belief is mine.belief and state.source is mine.source
+        same = same and state.memory.keys() == mine.memory.keys()
         return same and all(state.memory[name] is each for name, each in mine.memory.items())
 
     def take(self) -> list[Tensor]:
-        """All tensors that the answer depends on, but for the source, which is always the same."""
+        """All tensors that the answer depends on, but for those of the source: a recording is good
+        for one source.
+        """
         memory = [own for _, own in sorted(self.state.memory.items())]
         return [*list_tensors(self.state.belief), *memory, *tensors(self.inputs)]
 
@@ -196,8 +209,10 @@ class Recorded(NamedTuple):
 
     run: Recording
     shape: Any = None  # of what it gives: a value of the same types, whose tensors are others
-    facts: Facts | None = None  # what the host knows of the state it gives
+    before: Facts | None = None  # what the host knew of the state it was recorded on
+    facts: Facts | None = None  # and of the state it gave
     names: tuple[str, ...] = ()  # of the numbers in what it gives
+    kept: Any = None  # whose memory it reads: the network's twin of the thread that recorded
 
 
 class Begun(NamedTuple):
@@ -207,6 +222,7 @@ class Begun(NamedTuple):
     told: Told
     recorded: Recorded
     facts: Facts | None  # what the host knows of the state before
+    versions: list[int]  # how often the inputs had been written to
 
 
 @final
@@ -231,12 +247,12 @@ class StepGraphs:
         self._came = Counter[Key]()
         self._batches = 0
         self._begun: Begun | None = None
+        self._off = False  # whether steps cannot be recorded
         self._measured: tuple[Tensor, dict[str, float]] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy records anew."""
-        refused = None if self._refused is None else dict(self._refused)
-        return type(self), (self._filters, self._network, refused)
+        return type(self), (self._filters, self._network, self._refused)
 
     @staticmethod
     def can_record(filt: Filter) -> bool:
@@ -259,7 +275,8 @@ class StepGraphs:
         """
         asked = Asked("step", self._filters[0], state, inputs, measure)
         begun, self._begun = self._begun, None
-        if begun is None or not begun.asked.is_that(asked):
+        is_that = begun is not None and begun.asked.is_that(asked)
+        if begun is None or not is_that or begun.versions != _versions(inputs):
             begun = self._start(asked)
         told = None if begun is None else self._end(begun)
         if told is None:
@@ -283,29 +300,25 @@ class StepGraphs:
 
     def run(self, function: Callable[[Tensor], Tensor], given: Tensor) -> Tensor:
         """A function of one tensor that looks at no number."""
-        if STEPS in (self._refused or {}) or not possible(given, given):
+        if self._off or not possible(given, given):
             return function(given)
         with self._lock:
-            key = (function, *key_of(given, given, function))
+            key = (function, *key_of(given, given, function), _stream_of(given))
             if key not in self._known:
                 if not self._is_time(key):
                     return function(given)
                 try:
                     run = Recording(lambda own: [function(own[0])], [given])
                 except Exception as error:
-                    if self._refused is None:
-                        raise
-                    self._refuse(error)
+                    self._give_up(f"{type(error).__name__}: {error}")
                     return function(given)
                 self._known[key] = Recorded(run)
             return self._replay(key, [given])[0]
 
     def _start(self, asked: Asked, may_record: bool = True) -> Begun | None:
         """Have the device begin, if there is a recording; one is made if it is time."""
-        memory, mean = asked.state.memory, asked.state.belief.mean
-        if STEPS in (self._refused or {}) or HELD in memory or INFLATED in memory:
-            return None
-        if not possible(mean, asked.inputs):
+        memory = asked.state.memory
+        if self._off or HELD in memory or INFLATED in memory or not is_there(asked):
             return None
         with self._lock:
             facts = self._network.known_facts(memory)
@@ -313,7 +326,8 @@ class StepGraphs:
             if key not in self._known and not (may_record and self._can_record(key, asked, facts)):
                 return None
             known = self._known[key]
-            return Begun(asked, _fill(known.shape, self._replay(key, asked.take())), known, facts)
+            told: Told = _fill(known.shape, self._replay(key, asked.take()))
+        return Begun(asked, told, known, facts, _versions(asked.inputs))
 
     def _end(self, begun: Begun) -> Told | None:
         """What the device has found; None if the ordinary way is to say what is wrong."""
@@ -325,7 +339,7 @@ class StepGraphs:
         both, numbers = host[: n * (k + 1)].view(n, k + 1), host[n * (k + 1) : -1].tolist()
         told.prediction.__dict__["on_host"] = both[:, :-1], both[:, -1]
         if known.facts is not None:
-            self._network.note_facts(told.memory, known.facts.follow(begun.facts))
+            self._network.note_facts(told.memory, known.facts.follow(begun.facts, known.before))
         if told.info is not None:
             self._measured = told.info.weights, dict(zip(known.names, numbers, strict=True))
         return told
@@ -333,28 +347,34 @@ class StepGraphs:
     def _key_of(self, asked: Asked, facts: Facts | None) -> Key:
         what, filt, state, inputs, measure = asked
         place = next(i for i, own in enumerate(self._filters) if own is filt)
-        forms = tuple((name, own.shape, own.dtype) for name, own in sorted(state.memory.items()))
+        named = sorted(state.memory.items())
+        forms = tuple((name, own.shape, own.dtype) for name, own in named)
+        widths = tuple((own.shape, own.dtype) for own in list_tensors(state.belief))
         decided = None if facts is None else facts.decide(what == "step")
-        return (
-            what,
-            place,
-            forms,
-            decided,
-            measure,
-            *key_of(state.belief.mean, inputs, type(filt)),
-        )
+        general = key_of(state.belief.mean, inputs, type(filt))
+        stream = _stream_of(state.belief.mean)
+        return (what, place, forms, decided, measure, state.source, widths, stream, *general)
 
     def _is_time(self, key: Key) -> bool:
         """Whether something that has come once more is to be recorded: the fourth time, or at once
         if that saves the memory of an ordinary pass beside that of a recording of the same shape.
         """
+        if len(self._came) > _LARGEST:
+            self._came.clear()
         self._came[key] += 1
         alike = any(other[0] == "step" == key[0] and other[5:] == key[5:] for other in self._known)
         return (alike or self._came[key] > _REPEATS) and len(self._known) < _MOST
 
-    def _refuse(self, error: Exception) -> None:
-        assert self._refused is not None
-        self._refused[STEPS] = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+    def _give_up(self, why: str) -> None:
+        """Steps run as ever from now on; passes may be graphs, if steps may not."""
+        self._off = True
+        self._known.clear()
+        self._used.clear()
+        if self._refused is None:  # somebody has asked for graphs, and is to see what goes wrong
+            self._network.capturing = "yes"
+        else:
+            self._refused[STEPS] = why.splitlines()[0][:120]
+            self._network.capturing = "if possible"
 
     def _replay(self, key: Key, given: Sequence[Tensor]) -> list[Tensor]:
         """What a recording gives; those that nobody has used for long go."""
@@ -369,33 +389,23 @@ class StepGraphs:
         """Record what answers as the ordinary way does, if it is time."""
         if not self._is_time(key):
             return False
-        if self._refused is None:
-            self._known[key] = self._record(asked, facts)
-            self._known[key].run.once = []
-            return True
-        stream = torch.cuda.current_stream() if asked.state.belief.mean.is_cuda else None
         try:
             made = self._record(asked, facts)
             told: Told = _fill(made.shape, made.run(asked.take()))
             wanted: Told = _fill(made.shape, made.run.once)
         except Exception as error:  # whatever a module of somebody's own does
-            if stream is not None:
-                torch.cuda.set_stream(stream)  # a recording that fails stays on its own
-            self._refuse(error)
-        else:
-            if told.agrees(wanted, asked.state):
-                self._known[key] = made
-                made.run.once = []
-                return True
-            self._refused[STEPS] = "the network answers otherwise when it is replayed"
-        self._known.clear()
-        self._used.clear()
-        self._network.capturing = "if possible"  # passes may be graphs, if steps may not
-        return False
+            self._give_up(f"{type(error).__name__}: {error}")
+            return False
+        if not told.agrees(wanted, asked.state):
+            self._give_up("the network answers otherwise when it is replayed")
+            return False
+        self._known[key] = made
+        made.run.once = []
+        return True
 
     def _record(self, asked: Asked, facts: Facts | None) -> Recorded:
         """A recording of the answer to questions like this one."""
-        network, found = self._network, list[Any]([None, None, ()])
+        network, found = self._network, list[Any]()
 
         def call(given: list[Tensor]) -> list[Tensor]:
             what, filt, state, inputs, measure = asked.of(given)
@@ -413,14 +423,46 @@ class StepGraphs:
                     prediction, well = filt.try_predict(state, inputs)
             logs = prediction.log_probabilities
             both = torch.cat((logs, prediction.plain_confidence[:, None].to(logs)), 1)
-            beside = [own.to(logs) for own in (*numbers.values(), well)]
+            beside = [
+                own.to(logs) if isinstance(own, Tensor) else logs.new_full((), own)
+                for own in (*numbers.values(), well)
+            ]
             host = torch.cat((both.flatten(), torch.stack(beside)))
             told = Told(belief, memory, map_all(prediction, Tensor.contiguous), info, host)
-            found[:] = told, network.known_facts(memory) if memory else None, tuple(numbers)
+            after = network.known_facts(memory) if memory else None
+            # The transition and the twin are others if another source, or thread, comes along.
+            kept = (filt.__dict__["_bound"], _twin_of(filt))
+            found[:] = told, facts, after, tuple(numbers), kept
             return list_tensors(told)
 
         run = Recording(call, asked.take())
         return Recorded(run, *found)
+
+
+def is_there(asked: Asked) -> bool:
+    """Whether all that an answer depends on is on a GPU."""
+    state = asked.state
+    there = possible(state.belief.mean, asked.inputs)
+    return there and all(
+        own.is_cuda for own in (*state.memory.values(), *list_tensors(state.belief))
+    )
+
+
+def _stream_of(tensor: Tensor) -> int:
+    """The stream that a recording is replayed on: those of one take turns."""
+    return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
+
+
+def _versions(inputs: Inputs) -> list[int]:
+    return [own._version for own in tensors(inputs)]
+
+
+def _twin_of(filt: Filter) -> Any:
+    """The network that this thread calls."""
+    model: Any = filt.logits
+    while not isinstance(model, Network):
+        model = model.model
+    return model._own()
 
 
 def _fill(value: Any, found: Sequence[Tensor] | Iterator[Tensor]) -> Any:
