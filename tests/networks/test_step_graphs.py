@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import driftfilter as df
 from driftfilter.base import light
 from driftfilter.networks import step_graphs
+from driftfilter.networks.batch_trust import SHIFT
 from driftfilter.networks.step_graphs import STEPS, StepGraphs
 
 LOOKS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "unique", "lift_fresh")
@@ -237,6 +238,57 @@ def test_what_is_copied_or_pickled_records_anew(recordings: type[Imitation]) -> 
     adapter.restore(copy.deepcopy(adapter.snapshot()))
     wanted = copies[0](last)
     assert torch.equal(adapter(last), wanted)
+
+
+def test_a_recording_is_for_one_source(recordings: type[Imitation]) -> None:
+    """A checkpoint brings its own, to which everything reverts."""
+    model = network(nn.BatchNorm2d)
+    moved = copy.deepcopy(model)
+    with torch.no_grad():
+        for layer in moved.modules():
+            if isinstance(layer, nn.BatchNorm2d):
+                layer.weight.mul_(1.5)
+    other = df.adapt(moved, cuda_graphs=False)
+    batches = stream(20)
+    other(batches[0])
+    plain = df.adapt(model, cuda_graphs=False)
+    recorded = df.adapt(model, cuda_graphs=True)
+    for number, batch in enumerate(batches):
+        if number == 9:
+            plain.load_state_dict(other.state_dict())
+            recorded.load_state_dict(other.state_dict())
+        assert torch.equal(plain(batch), recorded(batch))
+    assert torch.equal(plain.belief.mean, recorded.belief.mean)
+
+
+def test_inputs_that_are_written_to_are_another_batch(recordings: type[Imitation]) -> None:
+    model = network(nn.BatchNorm2d)
+    plain = df.adapt(model, cuda_graphs=False)
+    recorded = df.adapt(model, cuda_graphs=True)
+    shared = torch.empty_like(stream(1)[0])
+    for batch in stream(10):
+        shared.copy_(batch)
+        assert torch.equal(plain(batch), recorded(shared))
+
+
+def test_single_samples_between_batches_probe_as_ever(recordings: type[Imitation]) -> None:
+    """A sample alone leaves the shift, and whose turn it is, as they were."""
+    model = network(nn.BatchNorm2d)
+    plain = df.adapt(model, cuda_graphs=False, least=0)
+    recorded = df.adapt(model, cuda_graphs=True, least=0)
+    for batch in stream(16):
+        for part in (batch, batch[:1]):
+            assert torch.equal(plain(part), recorded(part))
+    assert torch.equal(plain.state.memory[SHIFT], recorded.state.memory[SHIFT])
+
+
+@pytest.mark.parametrize("recipe", ["opgd", "lame"])
+def test_who_asks_for_graphs_gets_what_can_be_had(recipe: str, recordings: type[Imitation]) -> None:
+    model = network(nn.BatchNorm2d)
+    plain = df.adapt(model, recipe, cuda_graphs=False)
+    recorded = df.adapt(model, recipe, cuda_graphs=True)
+    for batch in stream(8):
+        assert torch.equal(plain(batch), recorded(batch))
 
 
 def test_recipes_that_count_steps_in_python_are_left_alone() -> None:
