@@ -18,14 +18,17 @@ from driftfilter.networks import cuda_graphs, network
 from driftfilter.networks.features import OnFeatures
 from driftfilter.networks.parameters import Chosen
 from driftfilter.networks.prototypes import Prototypes
+from driftfilter.networks.step_graphs import StepGraphs
 
 _WARM, _STEPS = 4, 8  # steps before, and those measured: a round of what comes now and then
+_RECORDING = 12  # steps before on a GPU, where the fifth is recorded
 _MUCH = 0.1  # of a step is worth a word
 _LEAST = 8  # of the sides of images that are made smooth
 Seam: TypeAlias = tuple[Any, str, str]  # a class, its method, and the part of a step that it is
 
 # What is called within one of the last three is theirs.
 PARTS = {
+    "graph": "the whole step as one CUDA graph",
     "forward": "the pass that learns",
     "backward": "its gradient",
     "rows": "gradients of single samples",
@@ -71,7 +74,7 @@ class _Stopwatch:
         self._last = self._now()
 
     def _now(self) -> float:
-        if self._device.type == "cuda":
+        if self._device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
@@ -105,7 +108,8 @@ def profile(
     four to warm up.
     """
     adapter, device = df.adapt(model, preset, speed=speed), batches[0].device
-    for step in range(_WARM):
+    warm = _RECORDING if device.type == "cuda" else _WARM
+    for step in range(warm):
         adapter(batches[step % len(batches)])
     # An inference is of any class.
     seams: list[Seam] = [*_SEAMS, (type(adapter.recipe.inference), "__call__", "conditioning")]
@@ -113,7 +117,7 @@ def profile(
     spent = [0.0, 0.0]
     with _timing(seams, device) as watch:
         for step in range(_STEPS):  # in turn, so that what else runs on the machine hits all alike
-            batch = batches[step % len(batches)]
+            batch = batches[(warm + step) % len(batches)]
             adapter(batch)
             for place, floor in enumerate(floors):
                 spent[place] += 0.0 if floor is None else watch.take(floor, batch)
@@ -133,6 +137,8 @@ def profile(
 
 
 _SEAMS: list[Seam] = [
+    (StepGraphs, "begin", "graph"),
+    (StepGraphs, "step", "graph"),
     (network.Network, "_graph", "forward"),
     (network.Network, "__call__", "forward"),
     (network.Network, "_memory", "statistics"),
@@ -177,7 +183,9 @@ def _told(method: Callable[..., Any], watch: _Stopwatch, part: str) -> Callable[
     return run
 
 
-def make_batches(batch: int, shape: tuple[int, ...], count: int = _WARM + _STEPS) -> list[Tensor]:
+def make_batches(
+    batch: int, shape: tuple[int, ...], count: int = _RECORDING + _STEPS
+) -> list[Tensor]:
     """Random samples; images are smooth, of several brightnesses, for noise alone, and batches that
     come again, are taken for several domains.
     """
