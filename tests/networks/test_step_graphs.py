@@ -262,13 +262,22 @@ def test_a_recording_is_for_one_source(recordings: type[Imitation]) -> None:
 
 
 def test_inputs_that_are_written_to_are_another_batch(recordings: type[Imitation]) -> None:
-    model = network(nn.BatchNorm2d)
-    plain = df.adapt(model, cuda_graphs=False)
-    recorded = df.adapt(model, cuda_graphs=True)
-    shared = torch.empty_like(stream(1)[0])
-    for batch in stream(10):
-        shared.copy_(batch)
-        assert torch.equal(plain(batch), recorded(shared))
+    """A step that was begun is of what the inputs were then."""
+    adapter = df.adapt(network(nn.BatchNorm2d), cuda_graphs=True)
+    *batches, last = stream(10)
+    for batch in batches:
+        adapter(batch)
+    bound, state = adapter._now.bound, adapter.state
+    assert bound is not None
+    assert bound.graphs is not None
+    for batch in batches:
+        bound.step(state, batch, None)  # until it is recorded
+    wanted = bound.filter.step(state, 0.5 * last)[1]
+    bound.begin(state, last, None)
+    assert bound.graphs._begun is not None
+    last.mul_(0.5)
+    found = bound.step(state, last, None)[1]
+    assert torch.equal(found.log_probabilities, wanted.log_probabilities)
 
 
 def test_single_samples_between_batches_probe_as_ever(recordings: type[Imitation]) -> None:

@@ -59,28 +59,23 @@ class _Pool:
         self._device, self._handle, self._live = device, torch.cuda.graph_pool_handle(), 0
         self._begun = False  # whether what is not recorded has got some of the memory
 
-    def lend(self, recording: Recording) -> Any:
-        """The memory, for a recording that is about to be made."""
+    @contextmanager
+    def lend(self, recording: Recording) -> Iterator[Any]:
+        """The memory, for a recording that is made in this block, on its device. Whether it can be
+        made or not, the caller's stream is the current one afterwards.
+        """
         if self._live == 0:  # the memory went with the last one
             self._handle = torch.cuda.graph_pool_handle()
-        self._live += 1
-        weakref.finalize(recording, self._forget)
-        return self._handle
-
-    @contextmanager
-    def hold(self, handle: Any) -> Iterator[None]:
-        """Nothing else of this process runs on the device's own stream before this block is over.
-        Afterwards a recording holds the memory, or nobody.
-        """
-        own, index = torch.cuda.current_stream(self._device), self._device.index
-        release = getattr(torch._C, "_cuda_releasePool", None)
+        own, handle = torch.cuda.current_stream(self._device), self._handle
         try:
             with torch.cuda.device(self._device):
-                yield
+                yield handle
+            self._live += 1
+            weakref.finalize(recording, self._forget)
         finally:
-            torch.cuda.set_stream(own)  # a recording that fails stays on its own
-            if self._begun and release is not None:
-                release(index, handle)
+            torch.cuda.set_stream(own)
+            if self._begun:  # a recording holds the memory now, or nobody
+                torch._C._cuda_releasePool(self._device.index, handle)
             self._begun = False
 
     @contextmanager
@@ -127,16 +122,14 @@ class Recording:
     def __init__(self, call: Callable[[list[Tensor]], list[Tensor]], given: Sequence[Tensor]):
         self._graph = torch.cuda.CUDAGraph()
         self._pool, self._given = _pool_of(given[0].device), [own.clone() for own in given]
-        with self._pool.turn:
-            memory = self._pool.lend(self)
-            with self._pool.hold(memory):
-                with self._pool.warming(memory):
-                    for _ in range(_WARM):
-                        self.once = [own.clone() for own in call(self._given)]
-                with torch.cuda.graph(
-                    self._graph, memory, self._pool.stream, capture_error_mode="thread_local"
-                ):
-                    self._told = call(self._given)
+        with self._pool.turn, self._pool.lend(self) as memory:
+            with self._pool.warming(memory):
+                for _ in range(_WARM):
+                    self.once = [own.clone() for own in call(self._given)]
+            with torch.cuda.graph(
+                self._graph, memory, self._pool.stream, capture_error_mode="thread_local"
+            ):
+                self._told = call(self._given)
 
     def __call__(self, given: Sequence[Tensor]) -> list[Tensor]:
         """What the function gives."""
