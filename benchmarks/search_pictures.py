@@ -9,11 +9,11 @@
         --batch 200 …
 
 A search sees the four extra corruptions. `--shifts reported` are the fifteen that are reported,
-once all is chosen. A case is a preset, with fields of its recipe by their paths; `T=1.5` has the
-loss see its logits divided by so much. The model begins anew for each corruption, or goes through
-all of them, one after the other. Images, and so the classes of a batch, come in random order;
-"sorted" are clean ones class by class. There is no monitor unless `--watched`. With `--source`
-adapters have source inputs (`data=`). Several workers
+once all is chosen. A case is a preset, with options of it by their names, such as `balance=1`, and
+fields of its recipe by their paths; `T=1.5` has the loss see its logits divided by so much. The
+model begins anew for each corruption, or goes through all of them, one after the other. Images, and
+so the classes of a batch, come in random order; "sorted" are clean ones class by class. There is no
+monitor unless `--watched`. With `--source` adapters have source inputs (`data=`). Several workers
 share a GPU, which one alone leaves waiting for Python, and streams that one has made.
 """
 
@@ -21,11 +21,13 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import tempfile
 import time
 import warnings
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -40,7 +42,7 @@ from driftfilter.app.metrics import quality
 from driftfilter.app.networks.load_model import open_model
 from driftfilter.app.readers.stored import CLEAN, shift_of
 from driftfilter.app.streams import Layout, open_cifar10, open_domains
-from driftfilter.presets import for_model
+from driftfilter.presets import PRESETS, for_model
 from driftfilter.recipe import change
 from figures import write
 
@@ -55,12 +57,14 @@ CASES = ("source", "bn", "tent", "driftfilter", "driftfilter:statistics.late=1")
 def make_recipe(model: nn.Module, case: str, with_data: bool = False) -> df.Recipe:
     """The recipe of a case: a preset, and fields that are set."""
     name, *changes = case.split(":")
-    recipe, temperature = for_model(model, name, {}, data=with_data), 1.0
-    for each in changes:
-        path, _, text = each.partition("=")
+    pairs = [(path, text) for path, _, text in (each.partition("=") for each in changes)]
+    own = signature(PRESETS[name]).parameters
+    options = {path: json.loads(text) for path, text in pairs if path in own}
+    recipe, temperature = for_model(model, name, options, data=with_data), 1.0
+    for path, text in pairs:
         if path == "T":
             temperature = float(text)
-        else:
+        elif path not in own:
             recipe = change(recipe, path, text)
     if temperature == 1:
         return recipe

@@ -521,7 +521,7 @@ def without_batch_norm(preset: str, norm: bool, **options: Any) -> Case:
     """`adapt` sees what norms there are, and takes other defaults."""
     model = own_filters.regrouped(MODEL, norm)
     own = {name: DEFAULTS[name] for name in ("beta", "taper", "rho", "radius", "temperature")}
-    own |= {"variance": 2.0, "radius": 0.6} if norm else {"variance": 0.005}
+    own |= {"variance": 4.0, "limit": 0.012} if norm else {"variance": 0.005, "limit": 0.0}
     steps = own_filters.other_loop(model, LARGER, preset == "driftfilter_aug", **{**own, **options})
     return Case(adapter_of(preset, model, labels=None, **options), LARGER, list(steps))
 
@@ -537,7 +537,7 @@ def centred(preset: str, **options: Any) -> Case:
     return Case(adapter, STREAM, steps, learns=False)
 
 
-OTHER: dict[str, Any] = {"beta": 3.0, "variance": 0.3, "rho": 0.8, "radius": 0.4}
+OTHER: dict[str, Any] = {"beta": 3.0, "variance": 0.3, "rho": 0.8, "radius": 0.4, "limit": 0.02}
 
 
 CASES: dict[str, Callable[[], Case]] = {
@@ -946,7 +946,7 @@ def test_options_that_do_something_change_the_recipe(norms: str) -> None:
     """An option is unused if, and only if, it leaves what counts for such a network as it is."""
     other = {"beta": 3.0, "variance": 0.3, "taper": 1.0, "rho": 0.9, "ceiling": 0.9}
     other |= {"balance": 0.3, "radius": 2.0, "reach": 2.0, "temperature": 3.0}
-    other |= {"momentum": 0.1, "diversity": 2.0}
+    other |= {"momentum": 0.1, "diversity": 2.0, "limit": 0.02}
     plain = driftfilter(norms=norms)  # type: ignore[arg-type]
     for name, value in other.items():
         changed = driftfilter(norms=norms, **{name: value})  # type: ignore[arg-type]

@@ -254,6 +254,7 @@ def other_loop(
     taper: float,
     rho: float,
     radius: float,
+    limit: float,
     temperature: float | None,
 ) -> Iterator[Step]:
     """Class offsets, the information of the last 200 samples and labels in runs, in NumPy; the rest
@@ -275,7 +276,8 @@ def other_loop(
         spread = clean.var(1, correction=0).mean()
         share = n / 200
         square = spread if square is None else (1 - share) * square + share * spread
-        sharp = min(8.0, max(1.0, 4 / square.item() ** 0.5))
+        usual, least = (2, 0.25) if by_norms else (4, 1.0)
+        sharp = min(8.0, max(least, usual / square.item() ** 0.5))
         mean = (1 - share) * mean + share * (sharp * clean).softmax(1).mean(0)
         runs.count(clean.argmax(1).tolist())
         weight = beta * runs.trust()
@@ -296,7 +298,10 @@ def other_loop(
         moderated = (1 + math.pi / 4 * 0.01 * sums[0].item() / sums[1].item()) ** 0.5
         scale = weight / max(n, reference)
         covariance = torch.diag(1 / (1 / prior + (rows**2).sum(0) / scale))
-        step, bound = covariance @ rows.sum(0), radius * min(1.0, n / reference)
+        part = min(1.0, n / reference)
+        step, bound = covariance @ rows.sum(0), radius * part
+        if limit:
+            step = step * min(1.0, (limit * part**0.5 * here.norm() / step.norm()).item())
         here = here - step * min(1.0, bound / ((rows @ step) / scale**0.5).norm().item())
         predicted = torch.stack(logits).mean(0).detach() / (temperature or moderated)
         yield Step(here, predicted.softmax(1), covariance=covariance)

@@ -85,12 +85,13 @@ def condition_on(covariance: Covariance, factor: Tensor, negative: Tensor | None
 
 class Bounds(NamedTuple):
     """Between what the mean's step is kept: it is lengthened to ``least``, by ``reach`` at most,
-    and then shortened until abs(F Δ) <= ``radius``, if that is not 0.
+    and then shortened to ``most``, and until abs(F Δ) <= ``radius``, if that is not 0.
     """
 
     radius: float = 0.0
     least: Tensor | None = None  # of its length, a scalar []
     reach: float = 1.0
+    most: Tensor | None = None  # of its length, a scalar []
 
 
 UNBOUNDED = Bounds()
@@ -114,6 +115,9 @@ def newton_step(
     if bounds.least is not None:
         length = step.norm(dim=-1, keepdim=True).clamp_min(tiny)
         step = step * (bounds.least / length).clamp(1, bounds.reach)
+    if bounds.most is not None:
+        length = step.norm(dim=-1, keepdim=True).clamp_min(tiny)
+        step = step * (bounds.most / length).clamp_max(1.0)
     if bounds.radius:
         along = torch.mv(factor, step) if step.dim() == 1 else (factor @ step[..., None])[..., 0]
         length = along.norm(dim=-1, keepdim=True).clamp_min(tiny)
@@ -140,6 +144,11 @@ class Linearized(Checked):
     ResNet-50 moved by 0.02 % of their size a step, where small networks move by 0.2 to 1.5 %. The
     share is less for samples that count less, in runs or where the source is at home
     (``Pullback.novelty``), and labels take no longer steps (``Filter.learn``).
+
+    ``limit`` > 0: no step is longer than a share ``limit`` · √(n/N) of the size of the parameters.
+    Steps into the unknown add up like a random walk: N/n of them, each √(n/N) as long, go as far as
+    one of N samples. In networks of a few hundred parameters the radius does not see a step that is
+    too long, and in those of thousands it shortens steps that are not.
     """
 
     curvature: Annotated[Curvature, Role("curvature", "Hessian()")] = field(
@@ -148,6 +157,7 @@ class Linearized(Checked):
     radius: NotNegative = 0.0
     reach: Annotated[float, Interval(1, math.inf, open_high=True)] = 1.0
     stride: Fraction = field(default=0.004, metadata=LATE)
+    limit: Fraction = field(default=0.0, metadata=LATE)
 
     def __call__(
         self, prior: Belief, energy: Energy, memory: Memory, randomness: Randomness
@@ -159,10 +169,15 @@ class Linearized(Checked):
 
     def _bound(self, prior: Belief, energy: Energy, novelty: Tensor | float) -> Bounds:
         share = share_of(len(energy.samples.weights), energy.observation.reference)
-        radius = share * self.radius
-        if self.reach == 1:
-            return Bounds(radius)
-        return Bounds(radius, self.stride * share * novelty * prior.mean.norm(), self.reach)
+        bounds = Bounds(share * self.radius)
+        if self.reach == 1 and self.limit == 0:
+            return bounds
+        size = prior.mean.norm()
+        if self.reach > 1:
+            bounds = bounds._replace(least=self.stride * share * novelty * size, reach=self.reach)
+        if self.limit > 0:
+            bounds = bounds._replace(most=self.limit * share**0.5 * size)
+        return bounds
 
 
 def variance_along(covariance: Covariance | float, evaluation: Evaluation) -> Tensor:

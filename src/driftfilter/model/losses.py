@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from driftfilter.base.checks import (
+    LATE,
     Checked,
     FractionBelowOne,
     NotNegative,
@@ -264,13 +265,15 @@ class RunningInformation(Checked, Loss):
 
     m is the mean of p over the last ``window`` samples, uniform before the first, and not
     differentiated: a batch of as many samples has the gradient of ``InformationMaximization``.
-    s = ``spread`` / σ from 1 to 8, σ² the mean square of the logits' deviations from their mean
-    over classes in that window: small logits, as those of a network trained with smooth labels are,
-    are seen as if they had the usual spread. ``spread`` 0: s = 1.
+    s = ``spread`` / σ from ``least`` to 8, σ² the mean square of the logits' deviations from their
+    mean over classes in that window: small logits, as those of a network trained with smooth labels
+    are, are seen as if they had the usual spread, and with ``least`` below 1 large ones, too.
+    ``spread`` 0: s = 1.
     """
 
     window: PositiveCount = 200
     spread: NotNegative = 4.0
+    least: PositiveFraction = field(default=1.0, metadata=LATE)
 
     def recall(self, logits: Tensor, memory: Memory) -> tuple[Loss, Memory]:
         state = self._follow(logits, memory.get(_INFORMATION))
@@ -292,11 +295,11 @@ class RunningInformation(Checked, Loss):
         return torch.cat((mean, square[None]))
 
     def _scale(self, square: Tensor) -> Tensor:
-        """s, a scalar [], from 1 to 8."""
+        """s, a scalar [], from ``least`` to 8."""
         if self.spread == 0:
             return torch.ones_like(square)
         scale = self.spread * square.clamp_min(torch.finfo(square.dtype).tiny).rsqrt()
-        return scale.clamp(1, 8)
+        return scale.clamp(self.least, 8)
 
     def targets(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         state = self.__dict__.get("_state")

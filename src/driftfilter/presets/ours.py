@@ -34,11 +34,28 @@ from driftfilter.recipe import Recipe
 from driftfilter.source.posterior import Gaussian
 
 Preset = TypeVar("Preset", bound=Callable[..., Recipe])
-_RADIUS = 0.6  # of a step on 200 samples with "other" norms
-_SOFTENING, _MOMENTUM = 2.0, 0.7  # with batch norm
-_DOUBT = 0.075  # of a source at which a stream is no longer its own
-_REACH = 30.0  # with batch norm
 Norms: TypeAlias = Literal["batch", "measured", "aligned", "other", "none", "frozen"]
+
+# What options of ``driftfilter`` are unless they are given, where norms differ.
+_ELSEWHERE = {
+    "variance": 0.2,
+    "reach": 1.0,
+    "limit": 0.0,
+    "shift": 0.45,
+    "momentum": 0.5,
+    "softening": 1.0,
+}
+_BATCH = _ELSEWHERE | {"reach": 30.0, "momentum": 0.7, "softening": 2.0}
+_NUMBERS: dict[str, dict[str, float]] = {
+    "batch": _BATCH,
+    "measured": _BATCH | {"shift": 0.05},
+    "aligned": _ELSEWHERE | {"variance": 0.1, "shift": 0.1},
+    "other": _ELSEWHERE | {"variance": 4.0, "limit": 0.012},
+    "none": _ELSEWHERE | {"variance": 0.005},
+    "frozen": _ELSEWHERE,
+}
+_DOUBT = 0.075  # of a source at which a stream is no longer its own
+_SKEW, _BIAS = 0.1, 5.0  # of the chain of labels with batch norm
 
 
 def _paper(structure: str, beta: float, variance: float, rank: int = 256) -> Recipe:
@@ -91,8 +108,9 @@ def driftfilter(  # what users may turn
     rho: float = 0.995,
     ceiling: float = 0.9999,
     balance: float = 0.5,
-    radius: float | None = None,
+    radius: float = 6.0,
     reach: float | None = None,
+    limit: float | None = None,
     temperature: float | None = None,
     momentum: float | None = None,
     diversity: float = 4.0,
@@ -122,10 +140,13 @@ def driftfilter(  # what users may turn
     (``Ema.baseline``). "aligned" (other norms, with source ``data`` that are no table): the same,
     by statistics of the source data that stand behind the norms (``Recipe.align``), and of
     predictions as they are. "other" (layer, group, instance, RMS norm): the loss is information
-    maximisation against the marginal of the last 200 samples (``RunningInformation``), unless
-    labels come in runs (``RunGate``). "none": the same for the last layer in place of norm
-    parameters. "frozen" (quantised layers, or nothing to adapt): no parameter moves (``center``).
-    An option that such a network has no use for gives a warning (``UNUSED``).
+    maximisation against the marginal of the last 200 samples (``RunningInformation``), of
+    predictions softened to the same spread in every network, unless labels come in runs
+    (``RunGate``); no step is longer
+    than a share ``limit`` of the parameters (``Linearized``). "none": the same for the last layer
+    in place of norm parameters, of predictions as they are and without a limit. "frozen" (quantised
+    layers, or nothing to adapt): no parameter moves (``center``). An option that such a network has
+    no use for gives a warning (``UNUSED``).
 
     Predicts before the step, at a ``temperature`` found without labels (``Moderated``, from the
     belief's variance of the logits along the loss; "aligned" at twice the scale, "other" by that of
@@ -135,40 +156,42 @@ def driftfilter(  # what users may turn
     with batch norm if source data say what is normal, and 0.1 with statistics of source data behind
     the norms. ``momentum`` is 0.7 and ``softening`` 2 with batch norm, 0.5 and 1 elsewhere.
     ``variance`` is 0.2 with batch norm, 0.1 with statistics behind the norms and 0.005 for the last
-    layer. With "other" norms it is 2, and relative to the size of each layer's parameters, so that
-    one variance serves transformers, residual and small networks alike. ``radius`` is 6, and 0.6
-    with "other" norms. ``reach`` is 30 with batch norm, and 1 elsewhere: networks whose parameters
-    a step hardly changes, such as those for a thousand classes, take longer ones (``Linearized``).
-    All was chosen on clean images, speckle noise, blur, saturation and spatter, but for what two
-    classes do, when offsets count, the prior and radius of other norms and how far steps are
+    layer. With "other" norms it is 4, and relative to the size of each layer's parameters, so that
+    one variance serves transformers, residual and small networks alike; ``limit`` is 0.012 there,
+    and nothing elsewhere. ``reach`` is 30 with batch norm, and 1 elsewhere: networks whose
+    parameters a step hardly changes, such as those for a thousand classes, take longer ones. All
+    was chosen on clean images, speckle noise, blur, saturation and spatter, but for what two
+    classes do, when offsets count, the prior and the limit of other norms and how far steps are
     lengthened: there streams of natural shift and digits had been seen (docs/lab/natural.md).
     """
     known = get_args(Norms)
     require(norms in known, "driftfilter: norms", norms, f"one of {known}")
     if norms == "frozen":
         return replace(center(), prediction=Tempered(temperature or 1.0))
-    has_batch_norm = norms in ("batch", "measured")
+    has_batch_norm, by_others = norms in ("batch", "measured"), norms == "other"
     by_batch = has_batch_norm or norms == "aligned"
-    if shift is None:
-        shift = {"measured": 0.05, "aligned": 0.1}.get(norms, 0.45)
-    if softening is None:
-        softening = _SOFTENING if has_batch_norm else 1.0
-    if momentum is None:
-        momentum = _MOMENTUM if has_batch_norm else 0.5
+    usual = _NUMBERS[norms]
+    variance, reach, limit, shift, momentum, softening = (
+        usual[name] if given is None else given
+        for name, given in (
+            ("variance", variance),
+            ("reach", reach),
+            ("limit", limit),
+            ("shift", shift),
+            ("momentum", momentum),
+            ("softening", softening),
+        )
+    )
     loss: Loss = RunningInformation()
+    if by_others:
+        loss = RunningInformation(spread=2.0, least=0.25)
     if by_batch:
         loss = Sum((SoftLikelihoodRatio(ceiling), InformationMaximization()), (1.0, balance))
         loss = loss if softening == 1 else Softened(loss, softening)
-    by_others = norms == "other"
-    if variance is None:
-        variance = {"aligned": 0.1, "other": 2.0, "none": 0.005}.get(norms, 0.2)
-    if radius is None:
-        radius = _RADIUS if by_others else 6.0
-    source = Gaussian(variance, taper=0.0 if norms == "none" else taper)
-    if by_others:
-        source = replace(source, relative=True)
-    if reach is None:
-        reach = _REACH if has_batch_norm else 1.0
+    taper = 0.0 if norms == "none" else taper
+    labels = LabelChain(tables=False)
+    if has_batch_norm:
+        labels = replace(labels, skew=_SKEW, bias=_BIAS)
     return Recipe(
         parameters=Head() if norms == "none" else NormAffine(),
         statistics="source"
@@ -181,14 +204,14 @@ def driftfilter(  # what users may turn
             baseline="data" if norms == "measured" else "running",
             doubt=_DOUBT if norms == "batch" else 0.0,
         ),
-        source=source,
+        source=Gaussian(variance, taper=taper, relative=by_others),
         transition=Transition(MeanReversion(rho), Reset(None)),
         observation=Gibbs(
             loss,
             Reliability(beta) if by_batch else RunGate(beta),
             reference=200 if by_others else 100,
         ),
-        inference=Linearized(EmpiricalFisher(centered=False), radius, reach),
+        inference=Linearized(EmpiricalFisher(centered=False), radius, reach, limit=limit),
         prediction=Moderated(
             scale=0.02 if norms == "aligned" else 0.01,
             variance=0.06 if by_others else None,
@@ -200,14 +223,14 @@ def driftfilter(  # what users may turn
         upkeep=ForgetAtHome(shift) if by_batch else None,
         least=16,
         align=norms == "aligned",
-        labels=LabelChain(tables=False, skew=0.1 if has_batch_norm else 0.0),
+        labels=labels,
         domains=Domains(),
     )
 
 
 # Options of ``driftfilter`` that do nothing, by norms.
 _OF_BATCH_NORM = ("balance", "ceiling", "momentum", "diversity", "shift", "softening")
-_OF_PARAMETERS = ("beta", "variance", "taper", "rho", "radius", "reach", "consistency")
+_OF_PARAMETERS = ("beta", "variance", "taper", "rho", "radius", "reach", "limit", "consistency")
 UNUSED: dict[str, tuple[str, ...]] = {
     "other": _OF_BATCH_NORM,
     "none": (*_OF_BATCH_NORM, "taper"),
