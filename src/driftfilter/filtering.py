@@ -39,6 +39,7 @@ from driftfilter.base.checks import (
 )
 from driftfilter.base.inputs import Inputs, batch_size, check_inputs
 from driftfilter.base.randomness import Randomness
+from driftfilter.base.sharding import total_samples
 from driftfilter.gaussian.belief import Belief
 from driftfilter.inference.linearized import (
     Inference,
@@ -350,7 +351,8 @@ class Filter(Checked):
         self, state: FilterState, inputs: Inputs, dt: float, predicting: bool
     ) -> tuple[FilterState, Prediction | None, StepInfo]:
         inputs = check_inputs(inputs)
-        transition, model = self._bind(state, dt)
+        passed = self.transition.time_of(total_samples(batch_size(inputs)))
+        transition, model = self._bind(state, dt, passed)
         randomness = Randomness(state.seed, state.step, state.belief.mean.device)
         prior, held = transition(state.belief), state.memory.get(HELD)
         if INFLATED in state.memory:
@@ -531,6 +533,9 @@ class Filter(Checked):
         allowed = "None to smooth: it changes beliefs in ways that the transition does not know"
         require(not self.upkeep, "Filter.upkeep", self.upkeep, allowed)
         held = any(HELD in state.memory or INFLATED in state.memory for state in states)
+        each = self.transition.samples
+        allowed = "0 to smooth: states do not know how many samples made them"
+        require(each == 0, "Transition.samples", each, allowed)
         allowed = "without interventions, which the transition does not know either"
         require(not held, "Filter.smooth: states", "frozen or inflated ones", allowed)
         steps, (first, *others) = [state.step for state in states], states
@@ -546,9 +551,11 @@ class Filter(Checked):
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_bound": None, "_motion": None}  # worked out after unpickling
 
-    def _bind(self, state: FilterState, dt: float = 1.0) -> tuple[BoundTransition, PredictiveModel]:
-        """Transition over a time and model for a state; a stream has one source, for which both are
-        kept.
+    def _bind(
+        self, state: FilterState, dt: float = 1.0, unit: float = 1.0
+    ) -> tuple[BoundTransition, PredictiveModel]:
+        """Transition over dt times a unit, and model for a state; a stream has one source, for
+        which both are kept.
         """
         _require_state(state)
         require_number("dt", dt, 0, math.inf)
@@ -561,7 +568,7 @@ class Filter(Checked):
             bound = (state.source, self.transition.bind(state.source), model)
             object.__setattr__(self, "_bound", bound)
         _, transition, model = bound
-        return transition.over(dt), model.recall(state.memory) if state.memory else model
+        return transition.over(dt * unit), model.recall(state.memory) if state.memory else model
 
     def require_recalled(self, state: FilterState) -> None:
         """Raise if the model or the loss cannot go on from what a state remembers."""

@@ -493,7 +493,7 @@ DEFAULTS: dict[str, Any] = {
     "beta": 2.0,
     "variance": 0.2,
     "taper": 2.0,
-    "rho": 0.995,
+    "rho": 0.97,
     "ceiling": 0.9999,
     "balance": 0.5,
     "radius": 6.0,
@@ -521,7 +521,7 @@ def without_batch_norm(preset: str, norm: bool, **options: Any) -> Case:
     """`adapt` sees what norms there are, and takes other defaults."""
     model = own_filters.regrouped(MODEL, norm)
     own = {name: DEFAULTS[name] for name in ("beta", "taper", "rho", "radius", "temperature")}
-    own |= {"variance": 4.0, "limit": 0.012} if norm else {"variance": 0.005, "limit": 0.0}
+    own |= {"variance": 3.0, "limit": 0.012} if norm else {"variance": 0.005, "limit": 0.0}
     steps = own_filters.other_loop(model, LARGER, preset == "driftfilter_aug", **{**own, **options})
     return Case(adapter_of(preset, model, labels=None, **options), LARGER, list(steps))
 

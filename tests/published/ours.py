@@ -148,7 +148,8 @@ def own_loop(
     classes = model(batches[0]).shape[1]
     offsets = ClassOffsets(np.full(classes, 1 / classes), 30.0, 2000.0, 0.75)
     for batch in batches:
-        here = rho * here + (1 - rho) * source
+        kept = rho ** min(1.0, len(batch) / 100)
+        here = kept * here + (1 - kept) * source
         pieces = here.split([p.numel() for p in parameters])
         leaves = [piece.expand(len(batch), -1).clone().requires_grad_() for piece in pieces]
         own = dict(zip(names, leaves, strict=True))
@@ -268,7 +269,8 @@ def other_loop(
     mean, square = torch.full((k,), 1 / k, dtype=torch.float64), None
     fading, sums = 1 - len(batches[0]) / 100, torch.zeros(2)
     for batch in batches:
-        here = rho * here + (1 - rho) * source
+        kept = rho ** min(1.0, len(batch) / reference)
+        here = kept * here + (1 - kept) * source
         leaf = here.expand(len(batch), -1).clone().requires_grad_()
         views = [batch, batch.flip(-1)] if mirrored else [batch]
         logits = centre([individual_logits(model, view, leaf) for view in views], offsets)
@@ -276,7 +278,7 @@ def other_loop(
         spread = clean.var(1, correction=0).mean()
         share = n / 200
         square = spread if square is None else (1 - share) * square + share * spread
-        usual, least = (2, 0.25) if by_norms else (4, 1.0)
+        usual, least = (2.4, 0.25) if by_norms else (4, 1.0)
         sharp = min(8.0, max(least, usual / square.item() ** 0.5))
         mean = (1 - share) * mean + share * (sharp * clean).softmax(1).mean(0)
         runs.count(clean.argmax(1).tolist())

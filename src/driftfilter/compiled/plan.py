@@ -97,8 +97,10 @@ def translate_rules(filt: Filter) -> Rules:
         raise Uncovered("the loss sees augmented inputs")
     require_covered("inference", inference)
     assert isinstance(inference, Linearized)
-    if inference.reach > 1:
-        raise Uncovered("the inference has a reach above 1")
+    if inference.reach > 1 or inference.limit > 0:
+        raise Uncovered("the inference has a reach above 1, or a limit")
+    if filt.transition.samples:
+        raise Uncovered("the transition goes by samples")
     terms = _terms(observation.loss, 1.0)
     curvature, scale = _number_curvature(inference.curvature)
     beta, gates = _factors(observation.weighting)

