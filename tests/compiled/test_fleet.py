@@ -246,6 +246,14 @@ test_refused_filters_and_names = refuses(
             "closed forms, but the inference has a reach above 1",
         ),
         (
+            lambda: df.Fleet(build(inference=df.Linearized(limit=0.5)), start("full")),
+            "closed forms, but the inference has a reach above 1, or a limit",
+        ),
+        (
+            lambda: df.Fleet(build(transition=df.Transition(samples=9)), start("full")),
+            "closed forms, but the transition goes by samples",
+        ),
+        (
             lambda: df.Fleet(build(inference=df.Linearized(df.Hessian("never"))), start("full")),
             "closed forms, but the Hessian is raw",
         ),

@@ -415,6 +415,8 @@ def test_where_rounding_matters_the_eager_path_takes_the_step() -> None:
     [
         ({"inference": df.Bong()}, "Linearized"),
         ({"inference": df.Linearized(df.Hessian(), reach=4.0)}, "reach"),
+        ({"inference": df.Linearized(df.Hessian(), limit=0.5)}, "limit"),
+        ({"transition": df.Transition(df.MeanReversion(0.9), samples=9)}, "samples"),
         ({"inference": df.Linearized(df.Hessian("never"))}, "raw"),
         ({"observation": df.Gibbs(df.RunningInformation())}, "RunningInformation"),
         ({"logits": Centered(df.LinearHead(2))}, "LinearHead"),
@@ -427,6 +429,8 @@ def test_where_rounding_matters_the_eager_path_takes_the_step() -> None:
     ids=[
         "bong",
         "reach",
+        "limit",
+        "samples",
         "raw",
         "running",
         "centred",

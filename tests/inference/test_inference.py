@@ -323,6 +323,37 @@ def test_a_reach_lengthens_steps_that_hardly_change_the_parameters(
     assert_belief(posterior, p.mean + step, covariance, atol=1e-10)
 
 
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("limit", [1.0, 0.05, 0.001])
+@pytest.mark.parametrize("reference", [0, 12])
+@pytest.mark.parametrize("radius", [0.0, 0.01])
+def test_a_limit_shortens_steps_to_a_share_of_the_parameters(
+    structure: str, limit: float, reference: int, radius: float
+) -> None:
+    """Of few samples by the root of what they tell; then comes the radius."""
+    p = PROBLEMS["2d"]
+    n = len(p.inputs)
+    logits, J = p.logits(p.mean[None])[0], p.jacobian()
+    gradient, hessian = derivatives(cross_entropy, logits, hard_labels(logits))
+    scale, share = BETA / max(n, reference), min(1, n / max(reference, 1))
+    H = scale * torch.einsum("nkd,nkl,nle->de", J, hessian, J)
+    g = scale * torch.einsum("nk,nkd->d", gradient, J)
+    mean, covariance = updated(p, g, H, structure)
+    step = mean - p.mean
+    most = limit * math.sqrt(share) * math.hypot(*p.mean.tolist())
+    length = math.hypot(*step.tolist())
+    assert (length > most) is (limit < 1)  # so that it is seen to do something, and nothing
+    step = step * min(1.0, most / length)
+    if radius:
+        step = step * min(1.0, radius * share / (step @ H @ step).sqrt().item())
+    prior = df.Belief(p.mean, STRUCTURES[structure](p.matrix))
+    observation = df.Gibbs(df.PseudoLabel(), df.Constant(BETA), reference=reference)
+    rule = df.Linearized(df.Hessian(), radius, limit=limit)
+    there, _ = observation(df.LinearHead(p.classes), prior.mean, p.inputs, {}, RANDOMNESS)
+    posterior, _ = rule(prior, there, {}, RANDOMNESS)
+    assert_belief(posterior, p.mean + step, covariance, atol=1e-10)
+
+
 def test_a_reach_counts_samples_that_tell_little_for_less() -> None:
     """Where the source is at home, or in runs, the least length is a share of what it was."""
     p = PROBLEMS["2d"]

@@ -1,6 +1,7 @@
 """Transitions over other lengths of time: repeated ones, parts of one, and what has no part."""
 
 import math
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -300,3 +301,29 @@ def test_times_must_be_as_many_as_batches(times: list[float]) -> None:
     filt, state = build(TRANSITIONS["reversion"])
     with pytest.raises(ValueError, match="dt must be a number, or one for each batch, got"):
         filt.run(state, normal(3, 6, 2), dt=times)
+
+
+@pytest.mark.parametrize("name", ["reversion", "trend"])
+def test_a_batch_takes_as_much_time_as_its_samples(name: str) -> None:
+    """n of N samples take n/N of a unit, more than N one; ``dt`` counts beside it."""
+    plain, state = build(TRANSITIONS[name])
+    timed = replace(plain, transition=replace(plain.transition, samples=8))
+    for n, dt in ((2, 1.0), (6, 1.0), (11, 1.0), (6, 0.5)):
+        batch = normal(n, 2, seed=n)
+        expected, told, _ = plain.step(state, batch, dt * min(1.0, n / 8))
+        found, same, _ = timed.step(state, batch, dt)
+        assert_same(
+            (moments(found.belief), same.probabilities),
+            (moments(expected.belief), told.probabilities),
+        )
+    slow, fast = (timed.step(state, normal(n, 2))[0].belief.mean for n in (2, 8))
+    assert not torch.allclose(slow, fast)
+
+
+def test_a_stream_that_goes_by_samples_is_not_smoothed() -> None:
+    filt, state = build(df.Transition(df.MeanReversion(0.9), samples=8))
+    outputs = filt.run(state, normal(3, 6, 2), keep_states=True)[1]
+    with pytest.raises(ValueError, match=r"Transition\.samples must be 0 to smooth"):
+        filt.smooth(outputs)
+    with pytest.raises(ValueError, match=r"Transition.samples must be an integer >= 0, got -1"):
+        df.Transition(samples=-1)

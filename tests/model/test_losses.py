@@ -85,7 +85,8 @@ def spread_of(x: Array) -> float:
 
 
 def sharpness(loss: RunningInformation, square: float) -> float:
-    return min(8.0, max(1.0, loss.spread / max(square, 1e-300) ** 0.5)) if loss.spread else 1.0
+    sharp = loss.spread / max(square, 1e-300) ** 0.5
+    return min(8.0, max(loss.least, sharp)) if loss.spread else 1.0
 
 
 def running_information(loss: RunningInformation, x: Array, fixed: Fixed) -> Array:
@@ -182,6 +183,7 @@ OTHERS: list[Loss] = [
     Softened(ConjugatePseudoLabel(), 0.5),
     RunningInformation(window=4, spread=0.0),
     RunningInformation(window=1, spread=1.5),
+    RunningInformation(window=4, spread=0.4, least=0.25),
     Sum((RunningInformation(), Entropy()), (0.5, 2.0)),
     PseudoLabel(threshold=0.6),
     GeneralizedCrossEntropy(q=1.0),
@@ -556,6 +558,18 @@ def test_running_information_does_not_see_a_factor_of_small_logits(factor: float
         )
 
 
+@pytest.mark.parametrize(("spread", "softest"), [(2.0, 0.25), (0.8, 0.8)])
+def test_running_information_softens_large_logits(spread: float, softest: float) -> None:
+    """To the spread that is asked for, but not below the least s."""
+    loss = RunningInformation(spread=spread, least=softest)
+    for size in (2.0, 20.0):
+        logits = logits_of(9, scale=size)
+        own = spread / spread_of(logits.numpy()) ** 0.5
+        scale = loss.targets(logits)[1]
+        assert scale.unique().item() == pytest.approx(max(softest, own), rel=1e-12)
+    assert own < softest < 1  # the larger logits met the bound
+
+
 def test_logits_that_hardly_differ_are_not_blown_up() -> None:
     """s is at most 8: what is left of logits all alike is rounding."""
     logits = 1e-3 * logits_of(6)
@@ -673,6 +687,10 @@ test_refusals_name_field_value_and_range = refuses(
         (
             lambda: RunningInformation(window=0),
             r"RunningInformation.window must be an integer >= 1, got 0",
+        ),
+        (
+            lambda: RunningInformation(least=0.0),
+            r"RunningInformation.least must be .* in \(0, 1\], got 0.0",
         ),
         (
             lambda: RunningInformation(spread=-1.0),
