@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from driftfilter.base.checks import require
+from driftfilter.base.checks import require, unchecked
 from driftfilter.base.inputs import Inputs, check_inputs
 from driftfilter.filtering import FilterState
+from driftfilter.gaussian.belief import Belief
 from driftfilter.model.domains import SOURCE, Division, KnownDomains
 from driftfilter.monitor.state import MONITOR, MonitorState
 from driftfilter.storage.state_tensors import (
@@ -45,15 +46,20 @@ class Slot(NamedTuple):
         every = (self.state, self.watch.good, self.watch.newer)
         return [state for state in every if state is not None]
 
-    def begin(self, start: FilterState) -> Slot:
-        """What a new domain begins with: the belief of another, and all else of the source.
+    def begin(self, start: FilterState, carry: float) -> Slot:
+        """What a new domain begins with: of the belief of another the share ``carry`` of its way
+        from the source, and all else of the source.
 
         Statistics and offsets are a domain's own; those of another one cost a network with batch
         norm up to 30 points on its first batches, the source's never.
         """
         if self.state is None:
             return Slot(watch=self.watch)
-        state = replace(self.state, memory=start.memory)
+        belief, source = self.state.belief, self.state.source
+        if carry < 1:
+            mean = torch.lerp(source.mean, belief.mean, carry)
+            belief = unchecked(Belief, mean=mean, covariance=belief.covariance)
+        state = replace(self.state, belief=belief, memory=start.memory)
         return Slot(state, calls=self.calls, watch=self.watch)
 
     def map_states(self, change: Callable[[FilterState], FilterState], good: bool = False) -> Slot:
@@ -95,15 +101,15 @@ class DomainMemory(NamedTuple):
     shares: Mapping[int, int] = {}  # samples in the last batch, by name
     before: frozenset[int] = frozenset()  # names in the batch before that
 
-    def follow(self, division: Division, start: FilterState) -> DomainMemory:
-        """With the domains of a division. One that is new begins with the belief of its origin, and
-        with the source's statistics of a state to start from.
+    def follow(self, division: Division, start: FilterState, carry: float) -> DomainMemory:
+        """With the domains of a division. One that is new begins with a share ``carry`` of what its
+        origin has learned, and with the source's statistics of a state to start from.
         """
         slots: list[Slot] = []
         for place, origin in enumerate(division.origins):
             slot = Slot() if origin == SOURCE else self.slots[origin]
             is_new = origin in division.origins[:place]
-            slots.append(slot.begin(start) if is_new else slot)
+            slots.append(slot.begin(start, carry) if is_new else slot)
         origins = division.origins
         active = origins.index(self.active) if self.active in origins else -1
         places, counts = division.owners.unique(return_counts=True)

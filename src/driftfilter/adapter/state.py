@@ -204,7 +204,8 @@ class AdapterState(NamedTuple):
             return self, [Group(before.active)]
         division = rule.divide(signatures, before.known, smooth)
         assert self.bound is not None
-        domains = before._replace(slots=self._keep(before)).follow(division, self.bound.start)
+        known = before._replace(slots=self._keep(before))
+        domains = known.follow(division, self.bound.start, rule.carry)
         labels = self.labels
         if domains.is_elsewhere and labels is not None and chain is not None:
             labels = chain.forget(labels)

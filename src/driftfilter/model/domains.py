@@ -10,7 +10,7 @@ sample then belongs to its most likely domain, and m and C are the moments of th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import combinations
 from typing import Annotated, NamedTuple, final
 
@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 
 from driftfilter.base.checks import (
+    LATE,
     AtLeast,
     Checked,
+    Fraction,
     Interval,
     Positive,
     register,
@@ -69,13 +71,14 @@ class Domains(Checked):
 
     A class alone has 0.11 at most, another corruption 0.15 to 40 if it is not slight (CIFAR-10,
     benchmarks/search_domains.py). If they are too far they go to another domain that explains them,
-    or make a new one. That begins with the belief of its neighbour if it is within ``near``, else
-    with the source's, and always with the source's statistics.
+    or make a new one. That begins on the way from the source to the belief of its neighbour, by the
+    share ``carry``, if this is within ``near``; else with the source's, and always with the
+    source's statistics.
 
     24 D samples of a domain are looked at for two clusters, along the direction in which they have
-    the smallest kurtosis: below ``kurtosis`` there are two, and a domain for each, which begins
-    with the belief of the one before. If there are not, the domain is looked at again after twice
-    as many samples.
+    the smallest kurtosis: below ``kurtosis`` there are two, and a domain for each, of which one
+    begins on the way to the belief of the other. If there are not, the domain is looked at again
+    after twice as many samples.
 
     If there are more than ``most``, two become one that are one by the first rule; if there are no
     such two, the one not seen for longest is forgotten.
@@ -87,6 +90,7 @@ class Domains(Checked):
     limit: Positive = 0.13
     near: Annotated[float, Interval(0, np.inf)] = 100.0
     kurtosis: Annotated[float, Interval(1, 3)] = 1.8
+    carry: Fraction = field(default=1.0, metadata=LATE)
 
     def start(self, width: int) -> KnownDomains:
         """What is known before the first sample, with signatures of this width: one domain, of

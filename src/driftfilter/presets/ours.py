@@ -225,7 +225,7 @@ def driftfilter(  # what users may turn
         least=16,
         align=norms == "aligned",
         labels=labels,
-        domains=Domains(),
+        domains=Domains(carry=0.5),
     )
 
 
