@@ -2,7 +2,7 @@
 
     python benchmarks/search_default.py recipes --models vit_s4=WEIGHTS wrn16_4_gn=WEIGHTS \
         --clean CIFAR10_TEST.npz [--norms other] [--batch 200] [--images 10000] \
-        [--variance 1 2 4] [--taper 0 2] [--rho .995] [--radius 6] [--reach 1 4] \
+        [--variance 1 2 4] [--taper 0 2] [--rho .97] [--radius 6] [--reach 1 4] \
         [--priors absolute relative all]
     python benchmarks/search_default.py offsets --models NAME=WEIGHTS … --clean CIFAR10_TEST.npz \
         [--images 4000] [--keep FOLDER]
@@ -63,7 +63,7 @@ from figures import write
 
 Row = dict[str, Any]
 METRICS = ("accuracy", "nll", "ece")
-KNOBS = {"variance": [2.0], "taper": [2.0], "rho": [0.995], "radius": [0.6], "reach": [1.0]}
+KNOBS = {"variance": [3.0], "taper": [2.0], "rho": [0.97], "radius": [6.0], "reach": [1.0]}
 DOMAINS = ("clean", *EXTRA)
 PRIORS: dict[str, dict[str, Any]] = {  # of networks without batch norm, by name
     "absolute": {"structure": "diagonal", "relative": False},

@@ -25,7 +25,7 @@ import json
 import tempfile
 import time
 import warnings
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -54,12 +54,21 @@ METRICS = ("accuracy", "nll", "brier", "ece")
 CASES = ("source", "bn", "tent", "driftfilter", "driftfilter:statistics.late=1")
 
 
+def _read_option(text: str) -> Any:
+    """A number, or a bare word as a text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None if text == "None" else text
+
+
 def make_recipe(model: nn.Module, case: str, with_data: bool = False) -> df.Recipe:
     """The recipe of a case: a preset, and fields that are set."""
     name, *changes = case.split(":")
     pairs = [(path, text) for path, _, text in (each.partition("=") for each in changes)]
-    own = signature(PRESETS[name]).parameters
-    options = {path: json.loads(text) for path, text in pairs if path in own}
+    known = {item.name for item in fields(df.Recipe)}
+    own = set(signature(PRESETS[name]).parameters) - known
+    options = {path: _read_option(text) for path, text in pairs if path in own}
     recipe, temperature = for_model(model, name, options, data=with_data), 1.0
     for path, text in pairs:
         if path == "T":

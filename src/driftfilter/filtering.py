@@ -221,6 +221,7 @@ class Filter(Checked):
             mean = belief.mean.detach().clone()  # often a model's own, which may be trained on
             source = self.transition.augment(Belief(mean, belief.covariance))
             self.transition(source, source)  # refuses now what a structure cannot carry
+            self._require_parts_of_time(source)
             state = FilterState(source, source, belief.dimension, int(seed))
             model = self._bind(state)[1]
             memory = {
@@ -229,13 +230,22 @@ class Filter(Checked):
             }
         return replace(state, memory=memory)
 
+    def _require_parts_of_time(self, source: Belief) -> None:
+        """Raise if time goes by samples, and the transition has no part of a unit."""
+        if self.transition.samples > 1:
+            try:
+                self.transition.bind(source).over(self.transition.time_of(1))
+            except ValueError as error:
+                raise ValueError(f"Transition.samples must be 0 here: {error}") from None
+
     def step(
         self, state: FilterState, inputs: Inputs, dt: float = 1.0
     ) -> tuple[FilterState, Prediction, StepInfo]:
         """Adapt to one unlabeled batch [n, ...] and predict it.
 
         ``dt``: time since the step before. What the transition says is of one unit of time; over
-        a whole dt it is as many transitions one after the other (docs/equations.md).
+        a whole dt it is as many transitions one after the other (docs/equations.md). If time goes
+        by samples (``Transition.samples``), dt counts in what the batch takes.
         """
         with _without_gradients(), _checking_on(state):
             state, prediction, info = self._one_step(state, inputs, dt, predicting=True)

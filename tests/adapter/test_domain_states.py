@@ -91,18 +91,22 @@ def test_a_domain_that_returns_finds_its_statistics() -> None:
         seen[domain] = one.state.memory[STATISTICS].clone()
 
 
-def test_a_new_domain_begins_with_a_belief_and_statistics_of_the_source() -> None:
-    one, before = adapter(domains=df.Domains()), adapter(domains=None)
+@pytest.mark.parametrize("carry", [1.0, 0.5, 0.0])
+def test_a_new_domain_begins_with_a_belief_and_statistics_of_the_source(carry: float) -> None:
+    """With a share of what its neighbour has learned: of the way from the source to its mean."""
+    rule = df.Domains(carry=carry)
+    one, before = adapter(domains=rule), adapter(domains=None)
     for seed in range(3):
         one(images("smooth", 100, seed))
         before(images("smooth", 100, seed))
     signatures = describe(images("noise", 100))
     assert signatures is not None
-    now, groups = one._now.divide(df.Domains(), signatures)
+    now, groups = one._now.divide(rule, signatures)
     state, start = now.enter(groups[0].place).current, now.bound.start if now.bound else None
     assert start is not None
-    assert_same(state.belief.mean, before.belief.mean)
-    assert not torch.equal(state.belief.mean, start.belief.mean)
+    moved = before.belief.mean - start.belief.mean
+    torch.testing.assert_close(state.belief.mean, start.belief.mean + carry * moved)
+    assert moved.abs().max() > 1e-3
     assert state.memory.keys() == start.memory.keys()
     fresh = adapter(domains=None)
     fresh(images("noise", 100))

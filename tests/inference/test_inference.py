@@ -377,6 +377,18 @@ def test_labels_take_no_longer_steps() -> None:
     assert_same(*found)
 
 
+def test_labels_are_held_to_a_limit_whatever_they_weigh() -> None:
+    p, y = PROBLEMS["2d"], torch.tensor([1, 0, 1])
+    for limit, weights in ((0.01, (1.0, 1000.0)), (1.0, (1e-4,))):
+        rule = df.Linearized(df.EmpiricalFisher(centered=False), limit=limit)
+        filt = df.Filter(df.LinearHead(p.classes), inference=rule)
+        state = filt.init(df.Belief(p.mean, df.Full(p.matrix)))
+        for weight in weights:
+            moved = filt.learn(state, p.inputs, y, weight)[0].belief.mean - p.mean
+            share = (moved.norm() / p.mean.norm()).item()
+            assert share == pytest.approx(0.01) if limit < 1 else 0 < share < 0.5
+
+
 def test_a_reach_of_one_is_the_newton_step_bit_for_bit() -> None:
     p, curvature = PROBLEMS["2d"], df.EmpiricalFisher()
     prior = df.Belief(p.mean, df.Full(p.matrix))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import driftfilter as df
 from driftfilter.model.dynamics import Spread
+from driftfilter.model.elapsed import move_on
 from driftfilter.model.transition import BoundTransition
 from oracles import MOTIONS, NOISES, Moments, Part, System, array, belief, normals, spd, tensor
 from small import assert_same, moments, normal, refuses
@@ -318,6 +319,24 @@ def test_a_batch_takes_as_much_time_as_its_samples(name: str) -> None:
         )
     slow, fast = (timed.step(state, normal(n, 2))[0].belief.mean for n in (2, 8))
     assert not torch.allclose(slow, fast)
+
+
+def test_parts_of_time_need_no_default_device() -> None:
+    with torch.device("meta"):
+        gain, drift = move_on(0.25, 3.0, 0.5)
+    assert gain == 0.5
+    assert drift == pytest.approx(3 * (1 - 0.5) / (1 - 0.25))
+
+
+def test_time_by_samples_needs_parts_of_a_unit_and_one_clock() -> None:
+    """Said before the stream begins, not by its first batch that is small."""
+    with pytest.raises(ValueError, match=r"Transition\.samples must be 0 here: dt must be a whole"):
+        build(df.Transition(df.Affine(-0.8), samples=8))
+    for part in (df.Transition(samples=8), df.Transition(df.MeanReversion(0.5), samples=2)):
+        with pytest.raises(ValueError, match="parts: samples must be 0 of each part"):
+            df.BlockDynamics((2, 2), (part, df.Transition()))
+        with pytest.raises(ValueError, match="parts: samples must be 0 of each part"):
+            df.SumDynamics((df.Transition(), part))
 
 
 def test_a_stream_that_goes_by_samples_is_not_smoothed() -> None:

@@ -941,6 +941,36 @@ def test_options_that_do_nothing_are_told() -> None:
         df.adapt(network, **options)  # warnings are errors
 
 
+@pytest.mark.parametrize(
+    ("norms", "variance", "limits", "moments", "softening", "chain"),
+    [
+        ("batch", 0.2, (6.0, 30.0, 0.0), (0.7, 0.45, 0.075), 2.0, (0.1, 5.0)),
+        ("measured", 0.2, (6.0, 30.0, 0.0), (0.7, 0.05, 0.0), 2.0, (0.1, 5.0)),
+        ("aligned", 0.1, (6.0, 1.0, 0.0), (0.5, 0.1, 0.0), 1.0, (0.0, 40.0)),
+        ("other", 3.0, (6.0, 1.0, 0.012), (0.5, 0.0, 0.0), 1.0, (0.0, 40.0)),
+    ],
+)
+def test_the_numbers_of_the_default(
+    norms: str,
+    variance: float,
+    limits: tuple[float, ...],
+    moments: tuple[float, ...],
+    softening: float,
+    chain: tuple[float, ...],
+) -> None:
+    """As its docstring says them: what is not given differs by norms."""
+    recipe = driftfilter(norms=norms)  # type: ignore[arg-type]
+    inference: Any = recipe.inference
+    statistics: Any = recipe.statistics
+    assert (inference.radius, inference.reach, inference.limit) == limits
+    assert (statistics.momentum, statistics.shift, statistics.doubt) == moments
+    assert recipe.source.variance == variance
+    assert getattr(recipe.observation.loss, "temperature", 1.0) == softening
+    assert recipe.labels is not None
+    assert (recipe.labels.skew, recipe.labels.bias) == chain
+    assert recipe.transition.samples == recipe.observation.reference
+
+
 @pytest.mark.parametrize("norms", ["batch", "other", "none", "frozen"])
 def test_options_that_do_something_change_the_recipe(norms: str) -> None:
     """An option is unused if, and only if, it leaves what counts for such a network as it is."""

@@ -382,8 +382,9 @@ class Adapter(nn.Module):
     def elapse(self, dt: float) -> None:
         """Let time pass without data: the belief moves as the transition says over ``dt`` units.
 
-        A step is one unit of time. After a gap of g units between two batches, ``elapse(g - 1)``
-        comes before the second. Before the first batch nothing moves. Of several domains the last
+        A step is one unit of time or, if time goes by samples (``Transition``), as the default's
+        does, n/N of one. After a gap of g units between two batches ``elapse`` of g less that comes
+        before the second. Before the first batch nothing moves. Of several domains the last
         one moves: the time of a domain is that of its own batches.
         """
         with self._lock, self._apart():

@@ -24,7 +24,7 @@ from driftfilter.base.checks import require
 from driftfilter.base.inputs import Inputs, arguments
 from driftfilter.source.posterior import Gaussian
 
-FACTORS = (1.0, 0.25, 4.0)  # of the default's beta and variance, itself first
+FACTORS = (1.0, 0.25, 4.0)  # of two of the default's numbers, itself first
 SURE = 2.0  # standard errors by which a setting must be ahead of the default
 
 
@@ -75,10 +75,18 @@ def make_bank(model: nn.Module, seed: int = 0) -> tuple[list[str], df.Bank]:
     fits = isinstance(recipe.source, Gaussian)
     require(fits, "MODEL", "nothing to tune", "a network of which some parameters adapt")
     assert isinstance(recipe.source, Gaussian)
-    beta, variance = 2.0, recipe.source.variance
-    pairs = [(a * beta, b * variance) for a, b in itertools.product(FACTORS, FACTORS)]
-    names = [f"driftfilter:beta={a:g},variance={b:g}" for a, b in pairs]
-    return names, df.Bank([df.adapt(model, beta=a, variance=b, seed=seed) for a, b in pairs])
+    # Without a radius or a limit that binds, a step knows beta and variance by their product alone.
+    limit = getattr(recipe.inference, "limit", 0.0)
+    first, usual = ("limit", limit) if limit else ("beta", 2.0)
+    products = itertools.product(FACTORS, FACTORS)
+    pairs: list[dict[str, Any]] = [
+        {first: a * usual, "variance": b * recipe.source.variance} for a, b in products
+    ]
+    names = [
+        "driftfilter:" + ",".join(f"{name}={value:g}" for name, value in each.items())
+        for each in pairs
+    ]
+    return names, df.Bank([df.adapt(model, seed=seed, **each) for each in pairs])
 
 
 def compare(

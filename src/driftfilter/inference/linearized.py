@@ -148,7 +148,9 @@ class Linearized(Checked):
     ``limit`` > 0: no step is longer than a share ``limit`` · √(n/N) of the size of the parameters.
     Steps into the unknown add up like a random walk: N/n of them, each √(n/N) as long, go as far as
     one of N samples. In networks of a few hundred parameters the radius does not see a step that is
-    too long, and in those of thousands it shortens steps that are not.
+    too long, and in those of thousands it shortens steps that are not. Labels are held to it, too:
+    those of one call move the parameters by a share ``limit`` at most, whatever they weigh
+    (``Filter.learn``). Parameters that are all 0 do not move.
     """
 
     curvature: Annotated[Curvature, Role("curvature", "Hessian()")] = field(

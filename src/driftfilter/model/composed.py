@@ -20,6 +20,12 @@ from driftfilter.model.dynamics import Dynamics, Layout, Motion, Spread, SpreadR
 from driftfilter.model.transition import BoundTransition, Transition, is_number, scale_gain
 
 
+def _require_one_clock(field: str, parts: tuple[Transition, ...]) -> None:
+    """Raise unless parts leave the time to the whole."""
+    own = [part.samples for part in parts if part.samples]
+    require(not own, f"{field}: samples", own, "0 of each part: the whole has Transition.samples")
+
+
 @final
 @dataclass(frozen=True)
 class BlockDynamics(Dynamics):
@@ -53,6 +59,7 @@ class BlockDynamics(Dynamics):
             self.parts,
             f"{len(self.sizes)} transitions, one for each size",
         )
+        _require_one_clock("BlockDynamics.parts", self.parts)
 
     def _layouts(self) -> list[Layout | None]:
         return [
@@ -127,6 +134,7 @@ class SumDynamics(Dynamics):
             self.parts,
             "one transition or more, none of BlockDynamics (of which a sum may be a part)",
         )
+        _require_one_clock("SumDynamics.parts", self.parts)
 
     @property
     def states(self) -> int:

@@ -19,16 +19,22 @@ _ENOUGH = 0.25  # distance of a root from I from which the series of its logarit
 _TERMS = 15  # of that series and of the exponential's, whose next ones are below rounding errors
 
 
+def _widen(base: float | Tensor) -> Tensor:
+    """In float64; numbers on the CPU, whatever device is the default one."""
+    device = base.device if isinstance(base, Tensor) else "cpu"
+    return torch.as_tensor(base, dtype=torch.float64, device=device)
+
+
 def raise_to(base: float | Tensor, dt: float) -> float | Tensor:
     """x^τ of a number or of each entry [d]."""
-    values = torch.as_tensor(base, dtype=torch.float64)
+    values = _widen(base)
     _require_powers(bool((values >= 0).all()), dt)
     return _like(values.pow(dt), base)
 
 
 def _sum_powers(base: float | Tensor, dt: float) -> float | Tensor:
     """φ(x) = (1 - x^τ) / (1 - x) of a number or of each entry; τ if x = 1."""
-    values = torch.as_tensor(base, dtype=torch.float64)
+    values = _widen(base)
     _require_powers(bool((values >= 0).all()), dt)
     # 1 - x^τ without cancellation near x = 1.
     near = -torch.expm1(dt * torch.log1p(values - 1)) / (1 - values)

@@ -118,8 +118,9 @@ class BoundTransition:
 class Transition(Checked):
     """One move of the belief: μ⁻ = G μ + c, Σ⁻ = G Σ Gᵀ + W.
 
-    ``samples`` N > 0: a batch of n samples takes min(1, n/N) of a unit of time, so that a stream
-    forgets alike whatever the size of its batches. 0: every batch takes one.
+    ``samples`` N > 0: a step on n samples takes min(1, n/N) of a unit of time, so that a stream
+    forgets alike in batches of N and smaller ones; a ``dt`` multiplies that, and ``elapse`` counts
+    in whole units. A window counts each time that it is learned from. 0: every step takes one.
 
     >>> import torch, driftfilter as df
     >>> source = df.Belief(torch.zeros(2), df.Full(torch.eye(2)))

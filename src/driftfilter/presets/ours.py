@@ -39,6 +39,7 @@ Norms: TypeAlias = Literal["batch", "measured", "aligned", "other", "none", "fro
 # What options of ``driftfilter`` are unless they are given, where norms differ.
 _ELSEWHERE = {
     "variance": 0.2,
+    "radius": 6.0,
     "reach": 1.0,
     "limit": 0.0,
     "shift": 0.45,
@@ -108,7 +109,7 @@ def driftfilter(  # what users may turn
     rho: float = 0.97,
     ceiling: float = 0.9999,
     balance: float = 0.5,
-    radius: float = 6.0,
+    radius: float | None = None,
     reach: float | None = None,
     limit: float | None = None,
     temperature: float | None = None,
@@ -172,10 +173,11 @@ def driftfilter(  # what users may turn
     has_batch_norm, by_others = norms in ("batch", "measured"), norms == "other"
     by_batch = has_batch_norm or norms == "aligned"
     usual, reference = _NUMBERS[norms], 200 if by_others else 100
-    variance, reach, limit, shift, momentum, softening = (
+    variance, radius, reach, limit, shift, momentum, softening = (
         usual[name] if given is None else given
         for name, given in (
             ("variance", variance),
+            ("radius", radius),
             ("reach", reach),
             ("limit", limit),
             ("shift", shift),
