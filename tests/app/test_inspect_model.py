@@ -137,7 +137,7 @@ test_a_field_that_is_none_is_refused = refuses(
         ),
         ("transition.dynamics.roh", "0.9", "MeanReversion has no field 'roh' .did you mean 'rho'?"),
         ("transition.dynamics.rho", "2.0", "MeanReversion.rho must be .*, got 2.0"),
-        ("transition.dynamics.rho.x", "1", "transition.dynamics.rho is 0.995"),
+        ("transition.dynamics.rho.x", "1", "transition.dynamics.rho is 0.97"),
         (
             "observation.loss.loss.coefficients.2",
             "1.0",
@@ -158,4 +158,4 @@ def test_a_run_takes_fields_of_the_recipe(folder: Path, capsys: pytest.CaptureFi
     said(capsys, *common, "one", *fields)
     recipe = json.loads((folder / "one" / "config.json").read_text())["recipe"]
     assert (recipe["transition"]["dynamics"]["rho"], recipe["predict_from"]) == (0.5, "posterior")
-    assert recipe["source"]["variance"] == 2.0  # the rest as the preset has it for this model
+    assert recipe["source"]["variance"] == 3.0  # the rest as the preset has it for this model

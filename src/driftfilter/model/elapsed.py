@@ -8,7 +8,9 @@ negative.
 """
 
 import math
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,31 +21,33 @@ _ENOUGH = 0.25  # distance of a root from I from which the series of its logarit
 _TERMS = 15  # of that series and of the exponential's, whose next ones are below rounding errors
 
 
-def _widen(base: float | Tensor) -> Tensor:
-    """In float64; numbers on the CPU, whatever device is the default one."""
-    device = base.device if isinstance(base, Tensor) else "cpu"
-    return torch.as_tensor(base, dtype=torch.float64, device=device)
+def _widen(base: float | Tensor) -> tuple[Any, Any]:
+    """In float64, with the functions for it: a tensor's own, and NumPy's for a number, which no
+    device has to be asked for.
+    """
+    return (torch, base.double()) if isinstance(base, Tensor) else (np, np.float64(base))
 
 
 def raise_to(base: float | Tensor, dt: float) -> float | Tensor:
     """x^τ of a number or of each entry [d]."""
-    values = _widen(base)
+    _, values = _widen(base)
     _require_powers(bool((values >= 0).all()), dt)
-    return _like(values.pow(dt), base)
+    return _like(values**dt, base)
 
 
 def _sum_powers(base: float | Tensor, dt: float) -> float | Tensor:
     """φ(x) = (1 - x^τ) / (1 - x) of a number or of each entry; τ if x = 1."""
-    values = _widen(base)
+    space, values = _widen(base)
     _require_powers(bool((values >= 0).all()), dt)
-    # 1 - x^τ without cancellation near x = 1.
-    near = -torch.expm1(dt * torch.log1p(values - 1)) / (1 - values)
-    ratio = torch.where(values > 0, near, (1 - values.pow(dt)) / (1 - values))
-    return _like(torch.where(values == 1, dt, ratio), base)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        # 1 - x^τ without cancellation near x = 1.
+        near = -space.expm1(dt * space.log1p(values - 1)) / (1 - values)
+        ratio = space.where(values > 0, near, (1 - values**dt) / (1 - values))
+    return _like(space.where(values == 1, dt, ratio), base)
 
 
-def _like(values: Tensor, base: float | Tensor) -> float | Tensor:
-    return values.to(base.dtype) if isinstance(base, Tensor) else values.item()
+def _like(values: Any, base: float | Tensor) -> float | Tensor:
+    return values.to(base.dtype) if isinstance(base, Tensor) else float(values)
 
 
 def move_on(gain: Gain, drift: float | Tensor, dt: float) -> tuple[Gain, float | Tensor]:
